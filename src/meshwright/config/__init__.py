@@ -1,0 +1,1 @@
+"""What a run is: model, layout, batch, training. No torch."""

@@ -1,0 +1,1 @@
+"""Starting ranks: on this host, under torchrun, under Slurm."""

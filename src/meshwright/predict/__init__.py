@@ -1,0 +1,1 @@
+"""Formulas for operations, memory and time. Pure NumPy, no torch."""

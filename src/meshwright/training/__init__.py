@@ -1,0 +1,1 @@
+"""The step loop, optimizer and schedule, metrics, checkpoints."""
