@@ -101,6 +101,7 @@ class LocalControl:
         self._table = table
         self._pipe_fd = pipe_fd
         self._listen_fd = listen_fd
+        self._has_beaten = False
         self._lock = threading.Lock()
 
     @property
@@ -116,6 +117,10 @@ class LocalControl:
     def beat(self, step: int) -> None:
         """Write the heartbeat into the shared memory: no system call, cheap enough for every step."""
         self._table.beat(self._rank, step)
+        if not self._has_beaten:
+            # The launcher sleeps until the limit for starting up is reached; now the shorter one holds.
+            self._has_beaten = True
+            self.write_frame("first beat", {})
 
     def say(self, text: str) -> None:
         """Show one line on the launcher's side."""

@@ -33,12 +33,13 @@ class Failure:
     """How one rank ended badly.
 
     `time_s` is on the clock of `time.monotonic`. `is_consequence` says that the rank only noticed that another was
-    gone. `sentence` continues "rank 3 of 8 ...".
+    gone. `sentence` continues "rank 3 of 8 ...", or where `is_quote` is what the rank itself has said.
     """
 
     rank: int
     time_s: float
     sentence: str
+    is_quote: bool = False
     is_user_error: bool = False
     is_consequence: bool = False
 
@@ -66,11 +67,12 @@ def describe_exception(error: BaseException, time_s: float) -> dict[str, Any]:
 
 def failure_from_exception(rank: int, told: dict[str, Any]) -> Failure:
     """Read what `describe_exception` wrote on the other side."""
-    speaks_for_itself = told["is_user_error"] or told["is_run_failed"]
+    speaks_for_itself = bool((told["is_user_error"] or told["is_run_failed"]) and told["text"])
     return Failure(
         rank=rank,
         time_s=told["time_s"],
-        sentence=told["text"] if speaks_for_itself and told["text"] else f"failed: {told['last_line']}",
+        sentence=told["text"] if speaks_for_itself else f"failed: {told['last_line']}",
+        is_quote=speaks_for_itself,
         is_user_error=told["is_user_error"],
         is_consequence=told["is_communication"] and not speaks_for_itself,
     )
@@ -98,9 +100,8 @@ def to_exception(failure: Failure, world_size: int, log_path: str) -> Exception:
     """Build what the launcher raises for the run's failure."""
     if failure.is_user_error:
         return UserError(failure.sentence)
-    if failure.sentence.startswith(("failed:", "was ", "ended ")):
-        return RunFailed(f"rank {failure.rank} of {world_size} {failure.sentence} (log: {log_path})")
-    return RunFailed(f"rank {failure.rank} of {world_size}: {failure.sentence} (log: {log_path})")
+    colon = ":" if failure.is_quote else ""
+    return RunFailed(f"rank {failure.rank} of {world_size}{colon} {failure.sentence} (log: {log_path})")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -117,8 +117,8 @@ def _work(start: RankStart, control: LocalControl) -> int:
             return leaving.code if isinstance(leaving.code, int) else 1
     except BaseException as error:
         time_s = time.monotonic()
+        traceback.print_exc()  # first: once the launcher knows, it ends this process
         control.write_frame("error", describe_exception(error, time_s))
-        traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1
     control.write_frame("done", {})
     return 0

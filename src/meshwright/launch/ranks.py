@@ -68,6 +68,7 @@ class Ranks:
         self._is_ending = True
         if grace_s > 0:
             self._signal_all(signal.SIGTERM)
+            self._signal_all(signal.SIGCONT)  # a stopped process would not hear of it
             self._wait_for_exits(grace_s)
         self._signal_all(signal.SIGKILL)
         self._wait_for_exits(_KILL_PATIENCE_S)
@@ -118,6 +119,7 @@ class Ranks:
             who.has_failed = True
             if not self._is_ending:
                 self.failures.append(failure_from_exception(who.rank, body))
+        # "first beat" needs no answer: it has made the launcher look at its clocks again.
 
     def _reap(self, who: _Rank) -> None:
         if who.rank not in self.living:
