@@ -36,6 +36,7 @@ def launch(
     return {
         "ending": ending,
         "notices": notices,
+        "start_s": start_s,
         "elapsed_s": time.monotonic() - start_s,
         "children": children,  # zombies are listed too
         "open_fds": sorted(os.listdir("/proc/self/fd")),
